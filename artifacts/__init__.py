@@ -1,0 +1,1 @@
+"""What somebody needs who uses a build: bytes, manifest, Hub, runtime."""

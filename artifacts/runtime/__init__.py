@@ -1,0 +1,1 @@
+"""Decoding with a build: target, drafters, lossless verification."""

@@ -1,0 +1,1 @@
+"""Statistics that quantization needs: prompts, own outputs, Hessians, replay, metrics."""

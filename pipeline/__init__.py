@@ -1,0 +1,1 @@
+"""The staged jobs: recipe, plan, store, runner, stages, report, command line."""

@@ -1,0 +1,1 @@
+"""One thin file a stage, in the order of the pipeline."""
