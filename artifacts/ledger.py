@@ -16,7 +16,7 @@ from typing import Any
 from artifacts.errors import TrimtabError
 from artifacts.files import atomic_write_json, read_json
 
-METHODS = ("gptq", "rtn", "copied")
+METHODS = ("gptq", "rtn", "copied", "folded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,8 @@ class LedgerEntry:
     """One matrix W [n, k].
 
     name: module name, without `.weight`. method: "gptq" (error feedback against a Hessian), "rtn"
-    (round-to-nearest, with its `reason`) or "copied" (packed by somebody else, bytes unchanged).
+    (round-to-nearest, with its `reason`), "copied" (packed by somebody else, bytes unchanged) or
+    "folded" (the same, with the signs of its scales folded into the codes).
     bits, group_size: the scheme; group_size -1 is one scale a row. shape: (n, k).
     rows: calibration rows in the Hessian. damping: relative to the mean of its diagonal;
     damping_tries: solves until one succeeded. dead_inputs: columns that no row ever touched.

@@ -45,7 +45,7 @@ DRAFTER_PREFIX = "drafter."  # before the drafter's own module names, which say 
 QUANTIZED_ROLES = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc"}
 )
-CHUNK_TOKENS = 8192
+CHUNK_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)

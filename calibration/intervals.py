@@ -81,8 +81,8 @@ def bootstrap(
 ) -> Interval:
     """BCa interval of `statistic` of the column sums, resampling groups.
 
-    Raises TrimtabError for fewer than two groups, or when the statistic is not finite on the whole
-    sample (a denominator of zero).
+    Raises TrimtabError for fewer than two groups, when the statistic is not finite on the whole
+    sample (a denominator of zero), or when it is not once a group is left out.
     """
     count = len(sums_gc)
     if count < 2:
@@ -105,7 +105,12 @@ def bootstrap(
         drawn_r = np.sort(np.concatenate(parts))
         jackknife_g = statistic(total_c - sums_gc)
     drawn_r = drawn_r[np.isfinite(drawn_r)]
-    low, high = _bca(value, drawn_r, jackknife_g[np.isfinite(jackknife_g)], level)
+    if len(drawn_r) < 0.99 * resamples or not np.isfinite(jackknife_g).all():
+        raise TrimtabError(
+            f"the figure hangs on a single document or prompt of {count}: without it there is none",
+            hint="measure on more",
+        )
+    low, high = _bca(value, drawn_r, jackknife_g, level)
     return Interval(value, low, high, level, count)
 
 

@@ -24,10 +24,13 @@ LOG_SWITCH = "LLM_COMPRESSOR_LOG_DISABLED"  # read when llmcompressor is importe
 
 
 def import_quietly(name: str) -> ModuleType:
-    """A module of llmcompressor. Its first import would reset loguru's sinks and print warnings."""
+    """A module of llmcompressor or one that imports it.
+
+    Its first import would otherwise reset loguru's sinks, print warnings and draw random numbers.
+    """
     if name in sys.modules:
         return sys.modules[name]
-    with _environment():
+    with _environment(), _random_state():
         os.environ[LOG_SWITCH] = "true"
         return importlib.import_module(name)
 
@@ -41,11 +44,10 @@ def contained(*, seed: int, threads: int, folder: Path) -> Iterator[None]:
     """
     from transformers.utils import logging as transformers_logging
 
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     thread_count = torch.get_num_threads()
     bars = transformers_logging.is_progress_bar_enabled()
     verbosity = transformers_logging.get_verbosity()
-    with _environment(), chdir(folder), torch.random.fork_rng(), _silent_logs():
+    with _environment(), chdir(folder), _random_state(), _silent_logs():
         try:
             random.seed(seed)
             np.random.seed(seed % 2**32)
@@ -59,8 +61,6 @@ def contained(*, seed: int, threads: int, folder: Path) -> Iterator[None]:
             if bars:
                 transformers_logging.enable_progress_bar()
             torch.set_num_threads(thread_count)
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)
 
 
 @contextmanager
@@ -73,6 +73,18 @@ def _environment() -> Iterator[None]:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def _random_state() -> Iterator[None]:
+    """The random state of torch, numpy and Python as it was."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
 
 
 @contextmanager

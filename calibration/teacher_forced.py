@@ -103,7 +103,8 @@ class TeacherForced:
         self.target = target
         self.traffic = traffic
         self.tap_ids = tap_ids
-        self.plan = _plan([len(s) for s in traffic.sequences()], chunk_tokens)
+        pairs = zip(traffic.prompts.ids, traffic.outputs, strict=True)
+        self.plan = _plan([len(p) + len(o) for p, o in pairs], chunk_tokens)
         self._progress = progress
         width = target.config.hidden_size * (1 + len(tap_ids))
         padded = sum(len(rows) * longest for rows, longest in self.plan)

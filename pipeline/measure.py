@@ -192,9 +192,10 @@ class _Bench:
         if self.build.draft_vocab is not None:
             figures["draft_vocab_coverage"] = self._coverage(sampled)
         figures |= self._acceptance(greedy, "tokens_per_step_ratio")
-        figures |= self._acceptance(sampled, "sampled_ratio")
+        figures |= self._acceptance(sampled.select(range(len(few))), "sampled_ratio")
         figures["greedy_differences"] = self._cross_check(prompts, greedy)
-        figures["transformers_logit_difference"] = self._transformers(prompts)
+        if "consumer_logits" in config["gates"]:
+            figures["transformers_logit_difference"] = self._transformers(prompts)
         return figures
 
     def _continue(
@@ -232,15 +233,15 @@ class _Bench:
         from calibration.acceptance import drafter_figure, mtp_figure
         from calibration.teacher_forced import TeacherForced
 
-        drafter, mtp, config = self.build.drafter, self.build.mtp, self.subject.config
+        drafter, config = self.build.drafter, self.subject.config
         taps = tuple(drafter.tap_ids) if drafter is not None else ()
         forced = TeacherForced(self.build.target, traffic, tap_ids=taps)
         figures: dict[str, Measured] = {}
-        if mtp is not None:
+        if self.build.mtp is not None:
             self.progress.say(f"replaying MTP: {statistic}")
             figures[f"mtp_{statistic}"] = mtp_figure(
                 forced,
-                mtp,
+                MtpHead.load(Checkpoint.open(self.subject.build / "target"), self.build.target),
                 MtpHead.load(self.base, self.build.target),
                 config["depth"],
                 limit=config["new_tokens"],

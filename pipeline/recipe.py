@@ -87,6 +87,7 @@ class Recipe(Section):
             "lm_head": self.lm_head.bits < 16,
             "mtp": self.mtp is not None and self.mtp.bits < 16,
             "drafter": self.drafter is not None and self.drafter.bits < 16,
+            "stock": self.embedding.format == "keep",
         }
         gates = {name: getattr(self.gates, name) for name in type(self.gates).model_fields}
         active = {name: gate for name, gate in gates.items() if built[gate.part]}

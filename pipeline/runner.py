@@ -15,12 +15,13 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from artifacts.errors import GateFailed, TrimtabError
+from artifacts.files import atomic_write_json, read_json
 from pipeline import environment as environments
 from pipeline.events import EventLog, View, duration, size
 from pipeline.folders import show_build
@@ -28,6 +29,8 @@ from pipeline.keys import Key, make_key
 from pipeline.recipe import Recipe
 from pipeline.stage import Environment, Stage, StageContext
 from pipeline.store import Entry, Store, lock, plain
+
+LATEST = "latest.json"  # in the work folder: inputs of the stages whose outputs are a build
 
 Hook = Callable[[str, str], None]
 
@@ -133,7 +136,7 @@ class Runner:
         verify: bool = False,
         hook: Hook | None = None,
     ) -> None:
-        self.recipe, self.work, self.stages = recipe, work, stages
+        self.recipe, self.work, self.stages = recipe, work.resolve(), stages
         self._given_view, self._verify, self._hook = view, verify, hook
         self.environment, self._reasons = environments.resolve(recipe)
         self._prepared = False
@@ -151,6 +154,7 @@ class Runner:
             view = self._given_view or View(log)
             result = Result(log=log.path)
             self.store = Store(self.work)
+            contexts: dict[str, Any] = {}
             log.write("run_start", recipe=self.recipe.resolved(), stages=[s.name for s in stages])
             try:
                 for reason in self._reasons:
@@ -161,6 +165,7 @@ class Runner:
                     entry = result.entries[stage.name]
                     if stage.is_build:
                         show_build(entry.folder, self.work / "dist")
+                        self._remember(stage, result, contexts)
                     _refuse_failed_gates(entry)
             except BaseException as error:
                 view.close()
@@ -243,6 +248,20 @@ class Runner:
         self._measure(entry, seconds, peak, view)
         moment("finished")
         return entry
+
+    def _remember(self, stage: Stage, result: Result, contexts: dict[str, Any]) -> None:
+        """Write beside `dist` what it was made with, so that it can be measured again."""
+        entry = result.entries[stage.name]
+        places = _places(stage.needs(self.recipe), result.entries)
+        contexts[stage.name] = {
+            "config": entry.ingredients["config"],
+            "environment": asdict(self.environment),
+            "inputs": {need: str(place.resolve()) for need, place in places.items()},
+        }
+        path = self.work / LATEST
+        content = {"contexts": contexts}
+        if not path.is_file() or read_json(path) != content:
+            atomic_write_json(path, content)
 
     def _measure(self, entry: Entry, seconds: float, peak: dict[str, Any], view: View) -> None:
         values = {

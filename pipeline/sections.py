@@ -86,6 +86,9 @@ class Drafter(Source):
     group_size: GroupSize = Field(
         default=128, description="Input columns that share one scale; -1 for a whole row."
     )
+    dampening: float = Field(
+        default=0.01, gt=0, lt=1, description="Added to the Hessian's diagonal, share of its mean."
+    )
 
 
 class PromptSource(Section):
@@ -273,6 +276,9 @@ class LmHead(Section):
     group_size: GroupSize = Field(
         default=128, description="Input columns that share one scale; -1 for a whole row."
     )
+    dampening: float = Field(
+        default=0.01, gt=0, lt=1, description="Added to the Hessian's diagonal, share of its mean."
+    )
 
 
 class Embedding(Section):
@@ -292,6 +298,9 @@ class Mtp(Section):
     bits: Bits = Field(default=4, description="Bits of a weight; 16 keeps it as it is.")
     group_size: GroupSize = Field(
         default=128, description="Input columns that share one scale; -1 for a whole row."
+    )
+    dampening: float = Field(
+        default=0.01, gt=0, lt=1, description="Added to the Hessian's diagonal, share of its mean."
     )
     depth: int = Field(
         default=3, ge=1, description="Chain length at which acceptance is measured, draft tokens."

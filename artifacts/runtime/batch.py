@@ -9,7 +9,7 @@ Invariant: a prompt's noise depends on its seed alone, not on its place in the b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,12 +45,12 @@ def generate_batch(
         return outputs
     noise = None if params.greedy else _uniforms(seeds, max_new_tokens, target.device)
     stops = frozenset(stop_ids)
-    state, hidden_bh = _prefill(target, prompts, max_new_tokens)
-    rows = list(range(len(prompts)))
+    rows = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), row))
+    state, hidden_bh = _prefill(target, [prompts[row] for row in rows], max_new_tokens)
     with torch.no_grad():
         for step in range(max_new_tokens):
             u = None if noise is None else noise[torch.tensor(rows, device=noise.device), step]
-            tokens_b = sample(target.logits(hidden_bh), params, u)
+            tokens_b = _choose(target, hidden_bh, params, u)
             going: list[int] = []
             for place, token in enumerate(tokens_b.tolist()):
                 row = rows[place]
@@ -67,6 +67,24 @@ def generate_batch(
                 rows = [rows[place] for place in going]
             hidden_bh = target.forward(tokens_b.unsqueeze(1), state).hidden_bth[:, 0]
     return outputs
+
+
+def _choose(target: Target, hidden_bh: Tensor, params: SamplingParams, u: Tensor | None) -> Tensor:
+    """The next token of each row, int64 [b]; rows in groups, as in the target's own passes."""
+    rows = hidden_bh.shape[0]
+    tokens_b = torch.zeros(rows, dtype=torch.int64, device=target.device)
+
+    def group(part: slice) -> Callable[[], None]:
+        def task() -> None:
+            own = None if u is None else u[part]
+            with torch.no_grad():
+                tokens_b[part] = sample(target.logits(hidden_bh[part]), params, own)
+
+        return task
+
+    size = target.pass_rows
+    target.run_groups([group(slice(s, min(s + size, rows))) for s in range(0, rows, size)])
+    return tokens_b
 
 
 def _uniforms(seeds: Sequence[int], count: int, device: torch.device) -> Tensor:

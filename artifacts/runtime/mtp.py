@@ -10,7 +10,7 @@ Source: vLLM 0.33 `qwen3_5_mtp.py`. Invariant: forward, teacher_forced and chain
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,23 +195,41 @@ class MtpHead:
         rows = t - 1
         counts = None if lengths_b is None else [max(0, int(n) - 1) for n in lengths_b]
         ids, hidden = ids_bt[:, 1:].to(self.target.device), hidden_bth[:, :-1]
-        step = max(1, self.target.pass_tokens // max(1, rows))
-        outputs: list[Tensor] = []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for start in range(0, b, step):
-            part = slice(start, min(start + step, b))
-            size = part.stop - start
-            where, observe = self._place([0] * size, rows, counts[part] if counts else None)
-            x = self._input(ids[part], hidden[part], observe)
-            q, k, v, gate = self.attention.project(
-                self.input_norm(x), self.target.rope, where.cos, where.sin, observe
-            )
-            mixed = self.attention.finish(self.attention.mix(q, k, v, where), gate, observe)
-            outputs.append(self._output(x, mixed, observe))
-            keys.append(k)
-            values.append(v)
-        return torch.cat(outputs), MtpKv(torch.cat(keys), torch.cat(values))
+        size = max(1, self.target.pass_tokens // max(1, rows))
+        starts = range(0, b, size)
+        done: list[tuple[Tensor, MtpKv] | None] = [None] * len(starts)
+
+        def group(index: int) -> Callable[[], None]:
+            def task() -> None:
+                part = slice(starts[index], min(starts[index] + size, b))
+                own = None if counts is None else counts[part]
+                done[index] = self._causal(ids[part], hidden[part], own)
+
+            return task
+
+        self.target.rope.reserve(rows)
+        observed = any(linear.observer is not None for linear in self.linears())
+        self.target.run_groups([group(i) for i in range(len(starts))], serial=observed)
+        parts = [x for x in done if x is not None]
+        kv = MtpKv(
+            torch.cat([kv.key_bmtd for _, kv in parts]),
+            torch.cat([kv.value_bmtd for _, kv in parts]),
+        )
+        return torch.cat([z for z, _ in parts]), kv
+
+    @torch.no_grad()
+    def _causal(
+        self, ids_bt: Tensor, hidden_bth: Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, MtpKv]:
+        """One causal pass over rows from position 0."""
+        b, t = ids_bt.shape
+        where, observe = self._place([0] * b, t, counts)
+        x = self._input(ids_bt, hidden_bth, observe)
+        q, k, v, gate = self.attention.project(
+            self.input_norm(x), self.target.rope, where.cos, where.sin, observe
+        )
+        mixed = self.attention.finish(self.attention.mix(q, k, v, where), gate, observe)
+        return self._output(x, mixed, observe), MtpKv(k, v)
 
     @torch.no_grad()
     def chain(

@@ -45,13 +45,17 @@ class Rope:
         self._device = device
         self._cos = self._sin = torch.empty(0, dim // 2, device=device)
 
-    def at(self, positions: Tensor, *, below: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin), each [..., dim/2], at int64 positions, all of them smaller than `below`."""
+    def reserve(self, below: int) -> None:
+        """Grow the tables to positions smaller than `below` (before threads use them)."""
         if below > self._cos.shape[0]:
             size = max(512, 1 << (below - 1).bit_length())
             angle = torch.arange(size, dtype=torch.float32)[:, None] * self._frequency
             self._cos = angle.cos().to(self._device)
             self._sin = angle.sin().to(self._device)
+
+    def at(self, positions: Tensor, *, below: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [..., dim/2], at int64 positions, all of them smaller than `below`."""
+        self.reserve(below)
         return F.embedding(positions, self._cos), F.embedding(positions, self._sin)
 
     def apply(self, x_btnd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ into calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,10 @@ from artifacts.runtime.loading import Taken
 from artifacts.runtime.ops import Rope
 from artifacts.runtime.state import DeltaState, KvCache, TargetState, place
 from artifacts.runtime.target_parts import Block, body_prefix, check_declared, load_block, load_head
+from artifacts.runtime.threads import run_each
 
-CPU_PASS_TOKENS = 1024
+CPU_PASS_TOKENS = 1024  # a pass of more falls out of the caches
+CPU_PASS_ROWS = 64  # rows of a group when few tokens are appended to many rows
 CUDA_PASS_TOKENS = 65536
 
 
@@ -63,7 +65,9 @@ class Target:
         self.dtype = dtype
         self.device = torch.device(device)
         self.rope = Rope(config.attention.rotary_dim, config.attention.rope_theta, device)
-        self.pass_tokens = CPU_PASS_TOKENS if self.device.type == "cpu" else CUDA_PASS_TOKENS
+        on_cpu = self.device.type == "cpu"
+        self.pass_tokens = CPU_PASS_TOKENS if on_cpu else CUDA_PASS_TOKENS
+        self.pass_rows = CPU_PASS_ROWS if on_cpu else CUDA_PASS_TOKENS
 
     @classmethod
     def load(
@@ -163,46 +167,75 @@ class Target:
     def _teacher_forced(
         self, ids_bt: Tensor, counts: list[int] | None, taps: list[int]
     ) -> TargetOutput:
+        """Groups of rows of similar length, each computed to its longest row."""
         b, t = ids_bt.shape
         lengths = counts or [t] * b
         order = sorted(range(b), key=lambda row: (-lengths[row], row))
         out = self._empty_output(b, t, taps)
+
+        def group(rows: list[int]) -> Callable[[], None]:
+            def task() -> None:
+                width = max(1, lengths[rows[0]])
+                index = torch.tensor(rows, device=self.device)
+                own = [lengths[r] for r in rows]
+                part = self._pass(ids_bt[index, :width], None, own, taps, snapshots=False)
+                out.hidden_bth[index, :width] = part.hidden_bth
+                if out.taps_bth is not None and part.taps_bth is not None:
+                    out.taps_bth[index, :width] = part.taps_bth
+
+            return task
+
+        tasks: list[Callable[[], None]] = []
         start = 0
         while start < b:
-            width = max(1, lengths[order[start]])
-            stop = start + max(1, self.pass_tokens // width)
-            rows = order[start:stop]
-            index = torch.tensor(rows, device=self.device)
-            part = self._pass(
-                ids_bt[index, :width], None, [lengths[r] for r in rows], taps, snapshots=False
-            )
-            out.hidden_bth[index, :width] = part.hidden_bth
-            if out.taps_bth is not None and part.taps_bth is not None:
-                out.taps_bth[index, :width] = part.taps_bth
-            start = stop
+            size = max(1, self.pass_tokens // max(1, lengths[order[start]]))
+            tasks.append(group(order[start : start + size]))
+            start += size
+        self.rope.reserve(t)
+        self.run_groups(tasks)
         return out
 
     def _appended(
         self, ids_bt: Tensor, state: TargetState, counts: list[int] | None, taps: list[int]
     ) -> TargetOutput:
+        """Groups of neighbouring rows, each computed to its longest row.
+
+        A group's state shares the memory of the batch's, so rows sorted by length cost least.
+        """
         b, t = ids_bt.shape
-        step = max(1, self.pass_tokens // t)
-        if step >= b:
+        size = min(max(1, self.pass_tokens // t), self.pass_rows)
+        if size >= b:
             return self._pass(ids_bt, state, counts, taps, snapshots=False)
         out = self._empty_output(b, t, taps)
-        for start in range(0, b, step):
-            rows = slice(start, min(start + step, b))
-            part = self._pass(
-                ids_bt[rows],
-                state.rows(start, rows.stop),
-                None if counts is None else counts[rows],
-                taps,
-                snapshots=False,
-            )
-            out.hidden_bth[rows] = part.hidden_bth
-            if out.taps_bth is not None and part.taps_bth is not None:
-                out.taps_bth[rows] = part.taps_bth
+
+        def group(rows: slice) -> Callable[[], None]:
+            def task() -> None:
+                own = None if counts is None else counts[rows]
+                width = t if own is None else max(1, *own)
+                memory = state.rows(rows.start, rows.stop)
+                part = self._pass(ids_bt[rows, :width], memory, own, taps, snapshots=False)
+                out.hidden_bth[rows, :width] = part.hidden_bth
+                if out.taps_bth is not None and part.taps_bth is not None:
+                    out.taps_bth[rows, :width] = part.taps_bth
+
+            return task
+
+        starts = range(0, b, size)
+        self.rope.reserve(max(state.lengths) + t)
+        self.run_groups([group(slice(s, min(s + size, b))) for s in starts])
         return out
+
+    def run_groups(self, tasks: Sequence[Callable[[], None]], *, serial: bool = False) -> None:
+        """Independent groups of rows, in parallel on the CPU, one torch thread each.
+
+        One after the other on CUDA, if `serial`, and while the target's inputs are observed.
+        """
+        if self.device.type != "cpu":
+            for task in tasks:
+                task()
+            return
+        observed = any(linear.observer is not None for linear in self.linears())
+        run_each(tasks, serial=serial or observed)
 
     def _empty_output(self, b: int, t: int, taps: list[int]) -> TargetOutput:
         h = self.config.hidden_size
@@ -210,6 +243,7 @@ class Target:
         wide = len(taps) * h
         return TargetOutput(hidden, hidden.new_zeros(b, t, wide) if taps else None)
 
+    @torch.no_grad()
     def _pass(
         self,
         ids_bt: Tensor,

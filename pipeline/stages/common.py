@@ -68,7 +68,13 @@ def solve_matrices(
     solved: dict[str, Solved] = {}
     with ctx.progress.task("solving", len(names), "matrices") as task:
         for module, hessian in names.items():
-            solved[module] = solve(module, weight(source, module), hessians[hessian], scheme)
+            solved[module] = solve(
+                module,
+                weight(source, module),
+                hessians[hessian],
+                scheme,
+                damping=ctx.config["dampening"],
+            )
             ctx.checkpoint(module)
             task.advance()
     return solved

@@ -38,7 +38,11 @@ class DrafterStage(BaseStage):
     def config(self, recipe: Recipe) -> dict[str, Any]:
         """Bits and group size; where it comes from stands in the inputs."""
         section = recipe.drafter
-        return {} if section is None else section.model_dump(include={"bits", "group_size"})
+        return (
+            {}
+            if section is None
+            else section.model_dump(include={"bits", "group_size", "dampening"})
+        )
 
     def run(self, ctx: StageContext) -> dict[str, Any]:
         """Solve and write."""

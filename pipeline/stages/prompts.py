@@ -1,10 +1,12 @@
 """prompts: chat prompts and texts as token ids, through the model's own tokenizer and template.
 
-Leaves NAME.safetensors and NAME.json for each set of the recipe. No two sets may share a document.
+Leaves NAME.safetensors and NAME.json for each set of the recipe. Sets that serve different ends
+(calibrating, choosing settings, measuring) may share no document.
 """
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ KINDS = {
     "texts": "texts",
     "calibration_texts": "texts",
 }
+ENDS = (("calibration", "calibration_texts"), ("development",), ("heldout", "texts"))
 
 
 def _sources(recipe: Recipe) -> dict[str, PromptSource]:
@@ -52,7 +55,7 @@ class PromptsStage(BaseStage):
         from calibration.prompts import TextTokenizer, build_set, refuse_overlap
 
         tokenizer = TextTokenizer(ctx.inputs[BASE])
-        sets = []
+        sets = {}
         for name, section in ctx.config.items():
             built = build_set(
                 name,
@@ -66,10 +69,13 @@ class PromptsStage(BaseStage):
                 allow_shortfall=section["allow_shortfall"],
             )
             built.save(ctx.out / f"{name}.safetensors")
-            sets.append(built)
+            sets[name] = built
             ctx.checkpoint(name)
-        refuse_overlap(sets)
-        return {built.name: built.summary() for built in sets}
+        for one, other in combinations(ENDS, 2):
+            for a, b in product(one, other):
+                if a in sets and b in sets:
+                    refuse_overlap([sets[a], sets[b]])
+        return {name: built.summary() for name, built in sets.items()}
 
 
 def _calibration_source(section: dict[str, Any], path: Path | None) -> Any:

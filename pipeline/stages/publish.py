@@ -31,15 +31,16 @@ class PublishStage(BaseStage):
     """Sealing and sending."""
 
     name = "publish"
+    is_build = True
 
     def wanted(self, recipe: Recipe) -> str:
         """Unless the recipe stops after validation."""
         return "" if recipe.publish is not None else "the recipe has no publish"
 
     def needs(self, recipe: Recipe) -> tuple[str, ...]:
-        """The assembled build, its gates, and what it was made from."""
+        """The validated build, and what it was made from."""
         drafter = (DRAFTER,) if recipe.drafter is not None else ()
-        return ("assemble", "validate", BASE, *drafter, "fetch/files", "prompts")
+        return ("validate", BASE, *drafter, "fetch/files", "prompts")
 
     def config(self, recipe: Recipe) -> dict[str, Any]:
         """The resolved recipe without paths; where it goes."""
@@ -57,11 +58,10 @@ class PublishStage(BaseStage):
         }
 
     def run(self, ctx: StageContext) -> dict[str, Any]:
-        """Seal a linked copy of the assembled build, then publish it."""
+        """Seal a linked copy of the validated build, then publish it."""
         from artifacts.hub import publish
         from artifacts.manifest import seal
 
-        link_tree(ctx.inputs["assemble"], ctx.out)
         link_tree(ctx.inputs["validate"], ctx.out)
         manifest = seal(ctx.out, build_info(ctx))
         ctx.checkpoint("sealed")

@@ -63,8 +63,8 @@ class SignsStage(BaseStage):
                 entries.append(
                     LedgerEntry(
                         name=module,
-                        method="copied",
-                        reason=f"signs folded: {result.flipped_groups} groups flipped, "
+                        method="folded",
+                        reason=f"{result.flipped_groups} groups flipped, "
                         f"{result.saturated} codes saturated",
                         bits=after.bits,
                         group_size=after.group_size,

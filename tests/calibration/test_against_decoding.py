@@ -50,7 +50,7 @@ def wired_target() -> dict[str, torch.Tensor]:
     turned_down = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
     wired = {n: 0.1 * t for n, t in tensors.items() if n.endswith(turned_down)}
     noise = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) / 16
-    wired["mtp.fc.weight"] = torch.cat([torch.eye(256) + 0.5 * noise, 0.3 * noise], dim=1)
+    wired["mtp.fc.weight"] = torch.cat([torch.eye(256) + 0.2 * noise, 0.1 * noise], dim=1)
     return {n: t.to(torch.bfloat16) for n, t in wired.items()}
 
 

@@ -145,10 +145,11 @@ def rows_read(folder: Path, replaced: dict[str, torch.Tensor], name: str) -> tor
     return torch.cat(seen)
 
 
-def test_later_layers_are_calibrated_on_the_quantized_ones(done: Run) -> None:
+@pytest.mark.parametrize("role", ["self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"])
+def test_later_layers_are_calibrated_on_the_quantized_ones(done: Run, role: str) -> None:
     packed = load_single(done.work / "packed.safetensors")
     quantized = {name: load_matrix(packed, name) for name in sorted(LAYER_0)}
-    name = "model.layers.1.self_attn.q_proj"
+    name = f"model.layers.1.{role}"
     w = load_matrix(Checkpoint.open(done.folder), name)
     error = load_matrix(packed, name) - w
     figures = {}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,3 +192,66 @@ def test_outputs_of_one_token_have_no_anchors(target: Target, mtp: MtpHead) -> N
     captured = capture(target, traffic.select([1, 2]), mtp=mtp, depth=3)
     assert captured.counts["mtp_anchors"] == 0
     assert captured.sums["mtp.fc"].rows == captured.counts["mtp_refresh_rows"] > 0
+
+
+MEMORY_PROBE = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from artifacts.checkpoint import Checkpoint
+from artifacts.runtime.dflash import Drafter
+from artifacts.runtime.mtp import MtpHead
+from artifacts.runtime.target import Target
+from calibration.capture import capture
+from tests.calibration.test_replay import make_traffic
+from tests.checkpoints import draft, tiny
+
+def peak():  # getrusage's figure would be the parent's, which it survives exec with
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+folder, length, chunk = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+before = peak()
+source = Checkpoint.open(tiny(folder / "tiny"))
+target = Target.load(source)
+mtp = MtpHead.load(source, target)
+drafter = Drafter.load(Checkpoint.open(draft(folder / "draft")), target)
+for rows in map(int, sys.argv[4:]):
+    traffic = make_traffic(rows, seed=rows)
+    for prompt, output in zip(traffic.prompts.ids, traffic.outputs):
+        prompt += [i % 250 for i in range(length - len(prompt) - len(output))]
+    capture(target, traffic, mtp=mtp, drafter=drafter, chunk_tokens=chunk)
+    print(peak() - before)
+"""
+
+
+def peaks_above_baseline(
+    folder: Path, length: int, chunk: int, rows: tuple[int, int]
+) -> list[float]:
+    """MiB above the state after the imports, after the small and after the large capture."""
+    root = Path(__file__).parents[2]
+    arguments = [folder, length, chunk, *rows]
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROBE, *map(str, arguments)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [float(line) for line in done.stdout.split()]
+
+
+def test_memory_does_not_grow_with_the_traffic(tmp_path: Path) -> None:
+    small, large = peaks_above_baseline(tmp_path, 128, 1024, (24, 96))
+    assert 0 < small <= large <= 1.1 * small
+    assert large < 400
+
+
+@pytest.mark.full
+def test_memory_at_full_length(tmp_path: Path) -> None:
+    small, large = peaks_above_baseline(tmp_path, 1024, 8192, (64, 512))
+    assert 0 < small <= large <= 1.1 * small
+    assert large < 1024

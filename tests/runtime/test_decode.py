@@ -11,10 +11,11 @@ import torch
 
 from artifacts.checkpoint import Checkpoint
 from artifacts.errors import TrimtabError
+from artifacts.runtime import decode
 from artifacts.runtime.batch import generate_batch
 from artifacts.runtime.decode import Decoder
 from artifacts.runtime.dflash import Drafter
-from artifacts.runtime.drafting import BlockDrafting, Drafting, MtpDrafting
+from artifacts.runtime.drafting import BlockDrafting, Drafting, LookupDrafting, MtpDrafting
 from artifacts.runtime.lookup import LookupConfig
 from artifacts.runtime.mtp import MtpHead
 from artifacts.runtime.noise import Noise
@@ -223,6 +224,50 @@ def test_sampling_is_seeded_and_local(
     assert torch.equal(before, torch.random.get_rng_state())
     assert _decode(decoder, prompt, 30, params=params, seed=5) == first
     assert _decode(decoder, prompt, 30, params=params, seed=6) != first
+
+
+def test_noise_streams_are_independent(
+    target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting, acceptance and emission each draw from a stream of their own."""
+    made: list[str] = []
+
+    def recorded(seed: int, purpose: str, device: torch.device) -> Noise:
+        made.append(purpose)
+        return Noise(seed, purpose, device)
+
+    monkeypatch.setattr(decode, "Noise", recorded)
+    _decode(
+        Decoder(target, "dflash2", drafter=drafter), [1], 4, params=SamplingParams(temperature=1)
+    )
+    assert len(made) == 3 and len(set(made)) == 3
+    streams = torch.stack([Noise(7, purpose).uniforms(20000) for purpose in made])
+    correlation = torch.corrcoef(streams) - torch.eye(3, dtype=torch.float64)
+    assert float(correlation.abs().max()) < 0.03
+    assert torch.equal(streams[0], Noise(7, made[0]).uniforms(20000))
+    assert not torch.equal(streams[0], Noise(8, made[0]).uniforms(20000))
+
+
+def test_the_drafter_follows_while_lookup_wins(target: Target, drafter: Drafter) -> None:
+    """After steps that lookup won, the drafter drafts what a fresh one would."""
+    prompt = _prompts(1)[0]
+    config = LookupConfig(strong_match=1, tail_match=1, longest_match=6, tokens=7)
+    decoder = Decoder(target, "dflash2+lookup", drafter=drafter, lookup=config)
+    steps = list(decoder.generate(prompt, GREEDY, 60))
+    text = prompt + [token for step in steps for token in step.tokens]
+    assert {step.drafted for step in steps[1:]} == {3, 7}
+    joined = decoder.drafting
+    assert isinstance(joined, LookupDrafting) and isinstance(joined.inner, BlockDrafting)
+    n = joined.inner.context.lengths[0]
+    assert n >= len(text) - 1 and joined.lookup.history[: len(text)] == text
+    anchor = joined.lookup.history[n]
+    used = joined.inner.propose(anchor, GREEDY, None).tokens_bs
+    committed = joined.lookup.history[:n]
+    fresh = BlockDrafting(drafter)
+    fresh.start(n)
+    out = target.forward(torch.tensor([committed]), tap_ids=fresh.tap_ids)
+    fresh.observe_rows(committed, joined.lookup.history[1 : n + 1], out)
+    assert torch.equal(used, fresh.propose(anchor, GREEDY, None).tokens_bs)
 
 
 def test_undraftable_ids_are_never_drafted(target: Target, mtp: MtpHead, drafter: Drafter) -> None:

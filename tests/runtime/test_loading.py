@@ -228,6 +228,21 @@ def test_target_config_refuses_what_it_does_not_compute(change: dict[str, Any]) 
         TargetConfig.from_dict(checkpoints.tiny_config(**change))
 
 
+class Marker:
+    """In place of an MLP: adds `by` to channel 0."""
+
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def linears(self) -> list[Any]:
+        return []
+
+    def __call__(self, x: torch.Tensor, observe: Any = True) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        out[..., 0] = self.by
+        return out
+
+
 def test_taps_are_block_outputs(tmp_path: Path, tensors: Tensors) -> None:
     """C07: block i adds i + 1 to a marker channel; ids 0, 2, 3 read 1, 6 and 10."""
     marked = dict(tensors)
@@ -238,15 +253,7 @@ def test_taps_are_block_outputs(tmp_path: Path, tensors: Tensors) -> None:
     marked["model.embed_tokens.weight"] = table
     target = Target.load(_write(tmp_path, marked))
     for i, block in enumerate(target.blocks):
-        mlp = block.mlp
-
-        def marker(x: torch.Tensor, observe: Any = True, *, by: int = i + 1) -> torch.Tensor:
-            out = torch.zeros_like(x)
-            out[..., 0] = by
-            return out
-
-        block.mlp = marker  # type: ignore[assignment]
-        assert mlp is not marker
+        block.mlp = Marker(i + 1)  # type: ignore[assignment]
     taps = target.forward(IDS, tap_ids=(0, 2, 3)).taps_bth
     assert taps is not None
     assert taps[..., [0, 256, 512]].unique(dim=0).unique(dim=1).flatten().tolist() == [1, 6, 10]

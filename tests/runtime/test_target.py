@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from artifacts.checkpoint import Checkpoint
+from artifacts.runtime.linear import observe
 from artifacts.runtime.target import Target
 from tests import checkpoints
 
@@ -134,6 +136,49 @@ def test_commit_keeps_exactly_what_was_accepted(seed: int, folders: dict[str, Pa
                 out.hidden_bth[row, :k], full.hidden_bth[row, n : n + k], atol=3e-4, rtol=1e-3
             )
     assert min(state.lengths) > 130
+
+
+def test_thread_count_changes_nothing(folders: dict[str, Path]) -> None:
+    """Groups of rows are cut by a fixed rule: the result is the same bytes with 1 and 3 threads."""
+    target = Target.load(Checkpoint.open(folders["tiny"]))
+    target.pass_tokens, target.pass_rows = 64, 2
+    ids, lengths = _ids(7, 30, seed=8), [30, 7, 12, 30, 1, 22, 19]
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            forced = target.forward(ids, lengths_b=lengths).hidden_bth
+            state = target.new_state(7, 40)
+            target.forward(ids, state, lengths_b=lengths)
+            step = target.forward(ids[:, :1], state).hidden_bth
+            assert torch.get_num_threads() == count
+            results.append((forced, step))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_observed_pass_is_serial(folders: dict[str, Path]) -> None:
+    """Observers see every valid row once, from the caller's thread."""
+    target = Target.load(Checkpoint.open(folders["tiny"]))
+    target.pass_tokens = 32
+    seen: dict[str, int] = {}
+    threads: set[int] = set()
+
+    def count(name: str, x_tk: torch.Tensor) -> None:
+        threads.add(threading.get_ident())
+        seen[name] = seen.get(name, 0) + x_tk.shape[0]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with observe(target.linears(), count):
+            target.forward(_ids(5, 20), lengths_b=[20, 3, 20, 9, 14])
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen.values()) == {66} and threads == {threading.get_ident()}
+    assert "model.layers.0.linear_attn.in_proj_z" in seen and "lm_head" not in seen
 
 
 def test_select_drops_rows(folders: dict[str, Path]) -> None:
