@@ -1,4 +1,4 @@
-"""The trained pocket family as it lies in the repository: every drafter is lossless on real text."""
+"""The trained pocket family: every drafter is lossless on real text."""
 
 from __future__ import annotations
 
